@@ -30,13 +30,14 @@ from secondguess.pairing import (
     check_verifier,
     choose_controller,
     confirm_default,
-    make_first,
+    first_that_fits,
     require_drafter_of_history,
     resolve_drafter,
     resolve_pair,
     warn_of_drafter_left_out,
 )
 from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
+from secondguess.runtime.base import Runtime
 from secondguess.runtime.system.exclusive import one_at_a_time
 from secondguess.runtime.system.machine import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
@@ -294,7 +295,8 @@ def load(
             with the target is used. By default, or for `auto`, the built-in target uses `suffix` and its own
             draft model; a target for which a trained drafter is found, in its checkpoint, beside it or in the
             Hugging Face cache, `suffix` and that; one that can be copied on a CPU `suffix+self:int4`, if memory
-            holds the copy; any other target `suffix`, which needs no model.
+            holds the copy; one beside which there is a model of at most an eighth of its size `suffix` and that;
+            any other target `suffix`, which needs no model.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `traversal` or
             `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
@@ -354,18 +356,24 @@ def load(
     heads = [head_memory(spec.name, spec.head_bytes)] if spec.head_bytes else []
     check_memory([*(checkpoint.memory() for checkpoint in checkpoints), *heads], pair.target.device)
     with without_defaults_of_caller(pair.target.device):
-        target, *draft_models = loaded = [load_model(checkpoint) for checkpoint in checkpoints]
+        target = load_model(pair.target)
+        loaded = [target]
+
+        def load_draft_model(path: str) -> Runtime:
+            loaded.append(load_model(checkpoints[-1]))
+            return loaded[-1].runtime
+
         if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:
             spec = resolve_drafter(confirmed)
             chosen_controller = choose_controller(controller, spec)
         make = partial(
             make_drafter,
             target_vocab_size=target.runtime.vocab_size,
-            load_draft_model=lambda path: draft_models[0].runtime,
+            load_draft_model=load_draft_model,
             pair_vocabularies=lambda name: pair.vocabularies,
             target=target,
         )
-        made = make_first(make, [spec, *pair.fallbacks])
+        made = first_that_fits(make, [spec, *pair.fallbacks])
     if pair.fallbacks:
         chosen_controller = choose_controller(controller, made)
     cache_bytes = sum(model.checkpoint.cache_bytes_per_token for model in loaded)

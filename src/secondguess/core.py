@@ -394,6 +394,8 @@ class Candidate(NamedTuple):
         certain: True if all its nodes will be accepted, so that it is drafted whatever the
             controller plans.
         length_factor: factor by which its drafts may be longer than those of other candidates.
+        expected: acceptance probability of the first node that is expected before any draft of this kind was
+            verified; None if nothing is known.
     """
 
     part: int = 0
@@ -403,6 +405,7 @@ class Candidate(NamedTuple):
     num_uncached: int = 0
     certain: bool = False
     length_factor: int = 1
+    expected: float | None = None
 
 
 class Plan(NamedTuple):

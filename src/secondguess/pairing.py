@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers import make_controller
@@ -26,7 +27,7 @@ from secondguess.errors import (
     SecondGuessError,
     UnsupportedModelError,
 )
-from secondguess.heads.discovery import FoundDrafter, find_trained
+from secondguess.heads.discovery import FoundDrafter, find_small_models, find_trained, lack_of_memory
 from secondguess.heads.files import count_weights
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import AUTO, Name
@@ -34,6 +35,8 @@ from secondguess.runtime.base import Runtime
 from secondguess.runtime.refusals import partial_forward_error
 from secondguess.runtime.weight_format import INT4
 from secondguess.verifiers.base import Verifier
+
+T = TypeVar("T")
 
 LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
@@ -45,37 +48,50 @@ def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """Return the name of the drafter that a target gets when none is given.
 
     That is look-up, joined by a trained drafter that is found for the target (`find_drafters`), or else by a copy of it
-    in 4 bits, if memory holds one.
+    in 4 bits, if memory holds one, or else by a small model beside it.
 
     Args:
-        target: its checkpoint, not loaded; None leaves out trained drafters and the copy.
+        target: its checkpoint, not loaded; None leaves out all but look-up.
     """
     if model == "builtin":
         return "suffix+model:builtin-draft"
-    return LOOKUP_DRAFTER if target is None else _choose_default(target, find_drafters(target))
+    return LOOKUP_DRAFTER if target is None else choose_default(target, find_drafters(target))
 
 
-def _choose_default(target: Checkpoint, found: Sequence[FoundDrafter]) -> str:
-    trained = next((drafter.name for drafter in found if not drafter.obstacle), None)
-    if trained is not None:
-        return f"{LOOKUP_DRAFTER}+{trained}"
+def choose_default(target: Checkpoint, found: Sequence[FoundDrafter]) -> str:
+    """Return the name of the default drafter of a target for which these were found (`find_drafters`)."""
+    usable = next((drafter.name for drafter in found if not drafter.obstacle), None)
+    if usable is not None:
+        return f"{LOOKUP_DRAFTER}+{usable}"
     return COPY_DRAFTER if target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
 
 
 def _fallbacks(target: Checkpoint, found: Sequence[FoundDrafter]) -> list[str]:
-    """Return the defaults after the first one; none if no trained drafter is used, or one with a model of its own."""
+    """Return the defaults after the first one, without models of their own; none if none of these drafters is used."""
     usable = [drafter.name for drafter in found if not drafter.obstacle]
-    if not usable or usable[0].startswith("model:"):
+    if not usable:
         return []
     heads = [f"{LOOKUP_DRAFTER}+{name}" for name in usable[1:] if not name.startswith("model:")]
-    return list(dict.fromkeys((*heads, _choose_default(target, ()), LOOKUP_DRAFTER)))
+    return list(dict.fromkeys((*heads, choose_default(target, ()), LOOKUP_DRAFTER)))
 
 
 def find_drafters(target: Checkpoint) -> list[FoundDrafter]:
-    """Return the trained drafters on this machine for a target, best first, with why those do not draft that do not fit."""
-    return sorted(
+    """Return the drafters on this machine for a target, best first, with why those do not draft that do not fit.
+
+    These are trained ones and, if none fits and the target cannot be copied, small models beside it up to the first
+    that fits.
+    """
+    trained = sorted(
         (_resolved(found, target) for found in find_trained(target)), key=lambda found: bool(found.obstacle)
     )
+    if any(not drafter.obstacle for drafter in trained) or target.has_room_for_copy(INT4):
+        return trained
+    small: list[FoundDrafter] = []
+    for model in find_small_models(target):
+        small.append(_resolved(model, target))
+        if not small[-1].obstacle:
+            break
+    return [*small[-1:], *trained, *small[:-1]]
 
 
 def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
@@ -86,12 +102,15 @@ def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
         return replace(found, obstacle="its path has a + or a comma, which separate drafters and options")
     try:
         resolved = resolve_drafter(found.name, target)
-        if resolved.model_part is not None:
-            draft_model = Checkpoint.resolve(str(found.folder), device=str(target.device), drafts=True)
-            pair_vocabularies(target, draft_model, resolved.model_part.name)
+        if resolved.model_part is None:
+            return found
+        draft_model = Checkpoint.resolve(str(found.folder), device=str(target.device), drafts=True)
+        lacks_template = target.tokenizer.chat_template and not draft_model.tokenizer.chat_template
     except SecondGuessError as error:
         return replace(found, obstacle=str(error))
-    return found
+    if lacks_template:
+        return replace(found, obstacle="it has no chat template, and the target has one")
+    return replace(found, obstacle=lack_of_memory(target, draft_model.memory()))
 
 
 def _names_its_folder(found: FoundDrafter) -> bool:
@@ -102,8 +121,8 @@ def _names_its_folder(found: FoundDrafter) -> bool:
     return False
 
 
-def make_first(make: Callable[[DrafterSpec], Drafter], specs: Sequence[DrafterSpec]) -> Drafter:
-    """Return the first of these drafters that can be loaded; warn of those before it.
+def first_that_fits(make: Callable[[DrafterSpec], T], specs: Sequence[DrafterSpec]) -> T:
+    """Return what is made of the first of these drafters for which that is possible; warn of those before it.
 
     Raises:
         CheckpointError, UnsupportedModelError: as for the last one, if none can.
@@ -177,7 +196,7 @@ class Pair:
     Args:
         draft_model: None if the drafter has no model.
         vocabularies: None if there is no draft model, or its tokenizer is the target's.
-        found: trained drafters that were found for the target, if the user named no drafter.
+        found: drafters that were found for the target, if the user named none.
         fallbacks: drafters to use instead of a default that cannot be loaded.
     """
 
@@ -204,18 +223,24 @@ def resolve_pair(
     found: Sequence[FoundDrafter] = ()
     if drafter is None or drafter == AUTO:
         found = () if model == "builtin" else find_drafters(target)
-        drafter = default_drafter(model) if model == "builtin" else _choose_default(target, found)
-    spec = resolve_drafter(drafter, target)
-    fallbacks = [resolve_drafter(name, target) for name in _fallbacks(target, found)]
-    require_model_to_quantize(drafter_quantize, drafter, spec.draft_model is not None)
-    if spec.model_part is None:
-        return Pair(target, spec, None, found=found, fallbacks=fallbacks)
-    draft_model = Checkpoint.resolve(
-        str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
-    )
-    vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
-    spec = spec.map_parts(lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part)
-    return Pair(target, spec, draft_model, vocabularies, found, fallbacks)
+        drafter = default_drafter(model) if model == "builtin" else choose_default(target, found)
+    specs = [resolve_drafter(name, target) for name in (drafter, *_fallbacks(target, found))]
+    require_model_to_quantize(drafter_quantize, drafter, specs[0].draft_model is not None)
+
+    def pair_with(spec: DrafterSpec) -> Pair:
+        fallbacks = specs[specs.index(spec) + 1 :]
+        if spec.model_part is None:
+            return Pair(target, spec, None, found=found, fallbacks=fallbacks)
+        draft_model = Checkpoint.resolve(
+            str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
+        )
+        vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
+        spec = spec.map_parts(
+            lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part
+        )
+        return Pair(target, spec, draft_model, vocabularies, found, fallbacks)
+
+    return first_that_fits(pair_with, specs)
 
 
 def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name) -> VocabularyPair | None:

@@ -557,6 +557,18 @@ def test_few_observations_are_shrunk_to_those_of_the_drafter() -> None:
     assert kind.expected_draft[0] > 0.9
 
 
+def test_drafts_with_an_expected_acceptance_begin_with_it_and_follow_what_is_observed() -> None:
+    general = Acceptance()
+    for _ in range(50):
+        general.learn((), 2, 2)
+    unlikely = Acceptance(general, expected=0.2)
+    assert unlikely.survivals(2)[0] == pytest.approx(0.2)
+    assert unlikely.exploration_bonus == 0 < Acceptance(general).exploration_bonus
+    for _ in range(50):
+        unlikely.learn((), 2, 2)
+    assert unlikely.survivals(2)[0] > 0.9
+
+
 def test_confidences_without_observations_are_corrected_by_the_mean_error() -> None:
     acceptance, number = Acceptance(), bisect_right(CONFIDENCE_EDGES, 0.75)
     before, _ = acceptance.node_probs()
@@ -595,6 +607,20 @@ def test_nothing_is_planned_while_the_budget_is_spent() -> None:
     assert not controller.begin_round([row])
     own = Row([0] * 20, SamplingParams(max_tokens=100, draft_length=3))
     assert controller.begin_round([row, own])
+
+
+@pytest.mark.parametrize(("num_rows", "share"), [(1, 1.0), (8, 0.25)])
+def test_a_batch_in_which_nothing_pays_is_planned_in_some_rounds(num_rows: int, share: float) -> None:
+    controller = CostController()
+    Simulation(lambda number, depth: 0.0, deterministic=True).play(controller, 200, num_rows)
+    rows = [a_row() for _ in range(num_rows)]
+    num_planned = 0
+    for _ in range(40):
+        if controller.begin_round(rows):
+            num_planned += 1
+            controller.plan(rows, [(Candidate(deterministic=True),)] * num_rows)
+        commit_and_learn(controller, rows, [0] * num_rows, [0] * num_rows, RoundTime(0.0, 0.0, 1.0))
+    assert num_planned == pytest.approx(40 * share, abs=2)
 
 
 def test_rounds_with_certain_drafts_are_not_learned_from() -> None:

@@ -40,8 +40,8 @@ def make(text: str) -> Drafter:
         ("ngram,max=6", "ngram,max=6"),
         (" ngram, min = 3 ", "ngram,min=3"),
         ("suffix", "suffix"),
-        ("suffix,min=2,threshold=0.2", "suffix,threshold=0.2"),
-        ("suffix,factor=2.5,offset=1,threshold=0,min=1", "suffix,min=1,factor=2.5,offset=1,threshold=0"),
+        ("suffix,min=1,threshold=0.2", "suffix,threshold=0.2"),
+        ("suffix,factor=2.5,offset=1,threshold=0,min=2", "suffix,min=2,factor=2.5,offset=1,threshold=0"),
     ],
 )
 def test_the_name_of_a_drafter_contains_its_options_that_are_not_defaults(text: str, name: str) -> None:

@@ -189,11 +189,11 @@ REPEATED = [*range(10), *range(10), 0, 1, 2, 3]
 @pytest.mark.parametrize(
     ("options", "budget", "expected"),
     [
-        (SuffixOptions(), 64, [4, 5, 6, 7]),
+        (SuffixOptions(), 64, [4, 5, 6, 7, 8, 9, 0]),
         (SuffixOptions(), 2, [4, 5]),
         (SuffixOptions(factor=0.5, offset=1), 64, [4, 5, 6]),
-        (SuffixOptions(factor=2.0), 64, [4, 5, 6, 7, 8, 9, 0, 1]),
-        (SuffixOptions(min=4), 64, [4, 5, 6, 7]),
+        (SuffixOptions(factor=1.5, offset=2), 64, [4, 5, 6, 7, 8, 9, 0, 1]),
+        (SuffixOptions(min=4, offset=0), 64, [4, 5, 6, 7]),
         (SuffixOptions(min=5), 64, []),
     ],
 )
@@ -201,6 +201,22 @@ def test_the_draft_length_depends_on_match_and_budget(
     options: SuffixOptions, budget: int, expected: list[int]
 ) -> None:
     assert propose(SuffixDrafter(options), REPEATED[:10] + REPEATED[20:], budget) == expected
+
+
+def test_candidates_are_grouped_by_match_length_and_frequency_of_the_follower() -> None:
+    drafter, expected = SuffixDrafter(), []
+    for text, kind in (
+        ([1, 2, 3, 9, 2, 4, 2], ("suffix", 1, "sometimes")),
+        ([1, 2, 1], ("suffix", 1, "once")),
+        ([1, 2, 3, 1, 2], ("suffix", 2, "once")),
+        ([1, 2, 7, 1, 2, 8, 1], ("suffix", 1, "always")),
+    ):
+        row = Row(text, SamplingParams(max_tokens=8))
+        drafter.begin([row])
+        ((candidate,),) = drafter.candidates([row])
+        assert candidate.kind == kind
+        expected.append(candidate.expected)
+    assert expected == sorted(set(expected))
 
 
 def test_the_draft_stops_at_an_improbable_path() -> None:

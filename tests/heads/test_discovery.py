@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -50,6 +51,11 @@ def write_eagle(folder: Path, target: Path, named: str = "") -> Path:
 
 def found_for(target: Path) -> list[FoundDrafter]:
     return find_drafters(Checkpoint.resolve(str(target)))
+
+
+def found_for_module(target: Path) -> list[FoundDrafter]:
+    """Return the drafters for a target in float32, which is not copied."""
+    return find_drafters(Checkpoint.resolve(str(target), dtype="float32"))
 
 
 def test_a_drafter_beside_the_target_drafts_by_default(target: Path) -> None:
@@ -191,6 +197,89 @@ def test_a_broken_drafter_is_left_out_with_a_warning(target: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     (found,) = found_for(target)
     assert "expected whole safetensors weights" in found.obstacle
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "models" / "large", seed=1, intermediate_size=512, num_hidden_layers=8)
+
+
+def write_small(target: Path, name: str = "small", **changes: Any) -> Path:
+    """Write a model of less than an eighth of the bytes of `large` beside it."""
+    return write_llama(target.parent / name, seed=2, hidden_size=16, intermediate_size=32, **changes)
+
+
+def test_a_small_model_beside_a_target_that_is_not_copied_drafts_by_default(large: Path) -> None:
+    small = write_small(large)
+    llm = load(str(large), dtype="float32")
+    assert llm.drafter.name == f"suffix+model:{small}"
+    output = llm.generate("abc", max_tokens=20, draft_with="model", draft_length=2)
+    assert output.stats.num_drafted > 0
+    assert output.text == load(str(large), "none", dtype="float32").generate("abc", max_tokens=20).text
+
+
+def test_the_largest_of_several_small_models_drafts(large: Path) -> None:
+    write_small(large, "a")
+    largest = write_small(large, "b", num_hidden_layers=4)
+    write_small(large, "c")
+    write_llama(large.parent / "d", seed=2, num_hidden_layers=6)  # more than an eighth
+    write_eagle(large.parent / "head", large, "org/other")
+    assert [(found.name, bool(found.obstacle)) for found in found_for_module(large)] == [
+        (f"model:{largest}", False),
+        (f"eagle:{large.parent / 'head'}", True),
+    ]
+
+
+def test_a_trained_drafter_and_a_copy_are_preferred_to_a_small_model(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small(large)
+    with monkeypatch.context() as patches:
+        patches.setattr(Checkpoint, "has_room_for_copy", lambda target, weight_format: True)
+        assert not found_for_module(large)
+    head = write_eagle(large.parent / "head", large, "org/large")
+    assert [found.name for found in found_for_module(large)] == [f"eagle:{head}"]
+
+
+def test_a_small_model_without_the_chat_template_of_the_target_does_not_draft(large: Path) -> None:
+    write_small(large)
+    (large / "chat_template.jinja").write_text("{{ messages }}")
+    (found,) = found_for_module(large)
+    assert found.obstacle == "it has no chat template, and the target has one"
+    assert load(str(large), dtype="float32").drafter.name == "suffix"
+
+
+def test_a_small_model_for_which_memory_is_short_does_not_draft(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small(large)
+    needed = Checkpoint.resolve(str(large), dtype="float32").memory().total + 100
+    monkeypatch.setattr("secondguess.heads.discovery.available_memory", lambda device: needed)
+    (found,) = found_for_module(large)
+    assert "MiB of memory" in found.obstacle
+
+
+def without_a_norm(small: Path) -> None:
+    content = load_file(small / "model.safetensors")
+    del content["model.norm.weight"]
+    save_file(content, small / "model.safetensors")
+
+
+def with_a_decoder_that_is_not_read(small: Path) -> None:
+    description = json.loads((small / "tokenizer.json").read_text())
+    decoder = {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True}
+    (small / "tokenizer.json").write_text(json.dumps(description | {"decoder": decoder}))
+
+
+@pytest.mark.parametrize("change", [without_a_norm, with_a_decoder_that_is_not_read])
+def test_a_small_model_that_cannot_be_loaded_is_left_out_with_a_warning(
+    large: Path, change: Callable[[Path], None]
+) -> None:
+    change(write_small(large, vocab_size=290))
+    with pytest.warns(MismatchWarning, match="found for this target, is left out"):
+        llm = load(str(large), dtype="float32")
+    assert llm.drafter.name == "suffix"
+    assert llm.generate("abc", max_tokens=3).text
 
 
 @pytest.mark.filterwarnings("default")

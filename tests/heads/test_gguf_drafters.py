@@ -766,7 +766,7 @@ def test_a_model_in_gguf_drafts_with_the_module_in_its_file(tmp_path: Path) -> N
     write_model(writer, model, "F16")
     checkpoint = Checkpoint.resolve(tmp_path / "model.gguf", dtype="float32", device="cpu")
     assert checkpoint.num_layers == 2
-    assert "mtp" in compatible_drafters(checkpoint)
+    assert "mtp" in compatible_drafters(checkpoint, ())
     resolve_drafter("mtp", checkpoint)
     outputs = []
     for drafter, controller in (

@@ -87,7 +87,7 @@ def inspect(
         pair.target, pair.draft_model, rows=rows, context=num_tokens, head_bytes=pair.drafter.head_bytes
     )
     found = pair.found or find_drafters(pair.target)
-    drafters = compatible_drafters(pair.target)
+    drafters = compatible_drafters(pair.target, found)
     if json:
         print_json(
             asdict(target)
@@ -117,16 +117,16 @@ def inspect(
     return 0
 
 
-def compatible_drafters(target: Checkpoint) -> list[str]:
+def compatible_drafters(target: Checkpoint, found: Sequence[FoundDrafter]) -> list[str]:
     """Return names for `--drafter` that the target does not exclude, the default first.
 
     `PATH` stands for a smaller model or for a trained drafter.
     """
     from secondguess.drafters import DRAFTERS, drafter_class
     from secondguess.heads.folders import find_own
-    from secondguess.pairing import default_drafter, resolve_drafter
+    from secondguess.pairing import choose_default, default_drafter, resolve_drafter
 
-    names = [default_drafter(target.name, target)]
+    names = [default_drafter("builtin") if target.name == "builtin" else choose_default(target, found)]
     for kind in DRAFTERS:
         drafter = drafter_class(kind)
         forms = [kind] if drafter.deterministic else [f"{kind}:{drafter.argument}"]
@@ -167,7 +167,7 @@ def _model_lines(found: ModelDescription, drafters: list[str]) -> dict[str, str]
 
 
 def _found_lines(found: Sequence[FoundDrafter]) -> dict[str, str]:
-    """Return the trained drafters that were found for the target, one in a line; none without a line."""
+    """Return the drafters that were found for the target, one in a line; none without a line."""
     texts = []
     for drafter in found:
         size = f", {_size(drafter.num_bytes)}" if drafter.num_bytes else ""

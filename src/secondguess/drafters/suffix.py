@@ -19,6 +19,19 @@ from secondguess.drafters.history import Histories, HistoryReader
 from secondguess.drafters.lookup import LookupDrafter
 from secondguess.names import check_range
 
+ONCE, ALWAYS, SOMETIMES = "once", "always", "sometimes"
+"""How often the most frequent follower of a match followed it before: the only time, every time, or not every time."""
+WEIGHTS = {ONCE: 1.0, ALWAYS: 2.5, SOMETIMES: 1.0}
+SHARES = {ONCE: 1.0, ALWAYS: 1.0, SOMETIMES: 0.6}
+HALF_WEIGHT = 3.0
+"""Parameters of `expected_acceptance`, fitted to answers of SmolLM2 135M and Qwen2.5-Coder 1.5B."""
+
+
+def expected_acceptance(num_matched: int, frequency: str) -> float:
+    """Return the acceptance probability of the follower of a match that is expected before any was verified."""
+    weight = num_matched * WEIGHTS[frequency]
+    return SHARES[frequency] * weight / (weight + HALF_WEIGHT)
+
 
 @dataclass(frozen=True)
 class SuffixOptions:
@@ -32,9 +45,9 @@ class SuffixOptions:
             draft stops before the first node below it.
     """
 
-    min: int = 2
+    min: int = 1
     factor: float = 1.0
-    offset: int = 0
+    offset: int = 3
     threshold: float = 0.1
 
     def __post_init__(self) -> None:
@@ -88,17 +101,20 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
     def choices(self, index: RowIndex) -> tuple[Candidate]:
         """Return one candidate, of length 0 if the match is shorter than `min`.
 
-        Its `kind` groups matches of similar length, which have similar acceptance.
+        Its `kind` groups matches of similar length and frequency of the follower, which have similar acceptance.
         """
         shared = index.shared_match()
         if shared is None:
-            return self._choices("suffix", index.own.match.length)
-        return self._choices("history", shared.num_matched)
+            context = index.own.match
+            return self._choices("suffix", context.length, _frequency(context))
+        return self._choices("history", shared.num_matched, _frequency(shared.context))
 
-    def _choices_for(self, source: str, num_matched: int) -> tuple[Candidate]:
+    def _choices_for(self, source: str, num_matched: int, frequency: str) -> tuple[Candidate]:
         # Powers of two: matches of 9 and 12 tokens are about equally good, one of 3 is worse.
-        kind = (source, num_matched.bit_length())
-        return (Candidate(kind=kind, longest=self._longest(num_matched), deterministic=True),)
+        kind = (source, num_matched.bit_length(), frequency)
+        expected = expected_acceptance(num_matched, frequency)
+        longest = self._longest(num_matched)
+        return (Candidate(kind=kind, longest=longest, deterministic=True, expected=expected),)
 
     def _longest(self, num_matched: int) -> int:
         if num_matched < self.options.min:
@@ -127,3 +143,9 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
         super().release(row)
         if row.history is not None and row.finished:
             self.histories.add(row)
+
+
+def _frequency(context: Context) -> str:
+    if context.total < 2:
+        return ONCE
+    return ALWAYS if len(context.counts) == 1 else SOMETIMES

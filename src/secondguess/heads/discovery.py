@@ -1,20 +1,22 @@
-"""Trained drafters on this machine for a target: in its checkpoint, beside it, and in the local Hugging Face cache."""
+"""Drafters on this machine for a target: trained ones in its checkpoint, beside it and in the local Hugging Face cache, and
+small models beside it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from secondguess.checkpoint.gguf.config import DRAFTERS
+from secondguess.checkpoint.gguf.config import ARCHITECTURES, DRAFTERS
 from secondguess.checkpoint.gguf.file import peek_architecture
-from secondguess.checkpoint.memory import available_memory, head_memory, peak_memory
+from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import cached_folders, is_gguf, repository_of
-from secondguess.checkpoint.weight_files import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights, weight_files
 from secondguess.errors import CheckpointError, SecondGuessError
 from secondguess.heads.files import CONFIG, NAMED, config_errors, count_weights, read_config, read_provenance
 from secondguess.heads.folders import find_own, kind_of
@@ -24,6 +26,8 @@ MAX_FOLDERS = 500
 """Number of folders that are looked at beside the target."""
 KINDS = ("dspark", "eagle", "mtp", "gemma4-assistant", "medusa", "model", "early-exit", "layer-skip")
 """Kinds of trained drafters, those that gain most first."""
+SMALL = 1 / 8
+"""Largest size of a model that drafts without being named, as a share of the bytes of the target's weight files."""
 NAMES_OF_TARGET = (
     "speculators_config.verifier.name_or_path",
     "base_model_name_or_path",
@@ -38,14 +42,15 @@ SUFFIX_OF_FILE = re.compile(
 
 @dataclass(frozen=True)
 class FoundDrafter:
-    """Trained drafter in a folder.
+    """Trained drafter, or small model, in a folder or a file.
 
     Args:
         name: for the option `drafter`.
-        folder: the target's own folder, if its checkpoint contains the drafter.
+        folder: its folder or file; the target's own, if its checkpoint contains the drafter.
         names_target: True if its configuration says that it was trained for the target.
         num_bytes: memory for its weights; 0 if the target's weights contain them.
         obstacle: reason why it does not draft for the target; empty if it may.
+        is_trained: False for a small model, which was not trained to draft.
     """
 
     name: str
@@ -53,6 +58,7 @@ class FoundDrafter:
     names_target: bool
     num_bytes: int
     obstacle: str = ""
+    is_trained: bool = True
 
 
 def find_trained(target: Checkpoint) -> list[FoundDrafter]:
@@ -66,7 +72,7 @@ def find_trained(target: Checkpoint) -> list[FoundDrafter]:
     own = Path(target.path)
     kinds = [kind for kind in KINDS if find_own(kind, target.name, target.path) == own]
     found = [(kind, FoundDrafter(kind, own, True, 0)) for kind in kinds]  # the name without a path
-    for folder in _folders(own):
+    for folder in _apart([*_beside(own), *cached_folders()], own):
         # Folders hold files of others, with any contents, and must not keep the target from being loaded.
         with suppress(Exception):
             if (kind := _kind(folder)) is not None:
@@ -81,31 +87,68 @@ def find_trained(target: Checkpoint) -> list[FoundDrafter]:
     return [drafter for _, drafter in sorted(found, key=rank)]
 
 
-def _folders(target: Path) -> Iterator[Path]:
-    """Return the folders and files that may hold a drafter, each once, without the target's own."""
-    folder = target.resolve() if target.is_dir() else target.resolve().parent
-    beside = [folder] if target.is_file() or repository_of(target) else [folder, folder.parent]
-    seen = {folder}
-    for path in [*(path for place in beside for path in _inside(place)), *cached_folders()]:
+def find_small_models(target: Checkpoint) -> list[FoundDrafter]:
+    """Return the models beside a target whose weight files are at most `SMALL` times its own, the largest first.
+
+    Whether they can be loaded is not known yet.
+    """
+    if target.source is None:
+        return []
+    own, found = Path(target.path), []
+    limit = SMALL * _count_stored(own)
+    for path in _apart(_beside(own), own):
+        with suppress(Exception):  # as in `find_trained`
+            if 0 < (num_bytes := _count_stored(path)) <= limit and _holds_model(path):
+                found.append(FoundDrafter(f"model:{path}", path, False, num_bytes, is_trained=False))
+    return sorted(found, key=lambda model: -model.num_bytes)
+
+
+def _holds_model(path: Path) -> bool:
+    """Return whether a folder, or a GGUF file, may hold a model that can draft."""
+    return peek_architecture(path) in ARCHITECTURES if is_gguf(path) else _kind(path) is None
+
+
+def _count_stored(path: Path) -> int:
+    """Return the bytes of the weight files of a model."""
+    return sum(file.stat().st_size for file in weight_files(path))
+
+
+def _apart(paths: Iterable[Path], target: Path) -> Iterator[Path]:
+    """Return paths that may hold a drafter, each once, without the target's own."""
+    seen = {target.resolve()}
+    if target.is_file():
+        seen.add(target.resolve().parent)
+    for path in paths:
         with suppress(OSError, RuntimeError):  # no permission, or links that lead nowhere
             if path.resolve() not in seen and (path.is_file() or (path / CONFIG).is_file()):
                 seen.add(path.resolve())
                 yield path
 
 
+def _beside(target: Path) -> Iterator[Path]:
+    """Return the folders with a configuration and the GGUF files beside a target and below it."""
+    folder = target.resolve() if target.is_dir() else target.resolve().parent
+    places = [folder] if target.is_file() or repository_of(target) else [folder, folder.parent]
+    return chain.from_iterable(map(_inside, places))
+
+
 def _inside(folder: Path) -> list[Path]:
-    """Return the folders in a folder that have a configuration, and its GGUF files of drafters, at most `MAX_FOLDERS`."""
+    """Return the folders in a folder that have a configuration, and its GGUF files, at most `MAX_FOLDERS`."""
     found = []
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
             with suppress(OSError):
-                if (path / CONFIG).is_file() or (is_gguf(path) and peek_architecture(path) in DRAFTERS):
+                if is_gguf(path) or (path / CONFIG).is_file():
                     found.append(path)
     return found[:MAX_FOLDERS]
 
 
 def _kind(folder: Path) -> str | None:
-    """Return the kind of the drafter in a folder; None if there is a model or something else."""
+    """Return the kind of the drafter in a folder or GGUF file; None if there is a model or something else."""
+    if (
+        is_gguf(folder) and peek_architecture(folder) not in DRAFTERS
+    ):  # reading the whole header takes a while
+        return None
     provenance = read_provenance(folder)
     if provenance is not None and provenance.kind in NAMED:
         return NAMED[provenance.kind]
@@ -122,7 +165,9 @@ def _describe(kind: str, folder: Path, target: Checkpoint) -> FoundDrafter:
         return FoundDrafter(name, folder, names_target, 0, str(error))
     obstacle = f"it was trained for {named}" if named is not None and not names_target else ""
     obstacle = (
-        obstacle or _misfit(kind, folder, target, names_target) or _lack_of_memory(target, name, num_bytes)
+        obstacle
+        or _misfit(kind, folder, target, names_target)
+        or lack_of_memory(target, head_memory(name, num_bytes))
     )
     return FoundDrafter(name, folder, names_target, num_bytes, obstacle)
 
@@ -188,10 +233,10 @@ def _sizes(stored: StoredHead) -> dict[str, Any]:
     }
 
 
-def _lack_of_memory(target: Checkpoint, name: str, num_bytes: int) -> str:
+def lack_of_memory(target: Checkpoint, drafter: MemoryEstimate) -> str:
     """Return that memory does not hold a drafter in addition to the target; empty if it does."""
     available = available_memory(target.device)
-    needed = peak_memory([target.memory(), head_memory(name, num_bytes)])
+    needed = peak_memory([target.memory(), drafter])
     if available is None or needed <= available:
         return ""
     return f"it and the target need {needed >> 20:,} MiB of memory, of which {available >> 20:,} MiB are available"

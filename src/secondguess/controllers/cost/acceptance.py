@@ -58,10 +58,11 @@ class Acceptance:
 
     Args:
         general: statistics of all drafts of the drafter at this temperature, to which few observations are shrunk.
+        expected: acceptance probability of the first node that is expected instead (`Candidate.expected`).
     """
 
-    def __init__(self, general: Acceptance | None = None) -> None:
-        self._general = general
+    def __init__(self, general: Acceptance | None = None, expected: float | None = None) -> None:
+        self._general, self._expected = general, expected
         self._any_node = Mean()
         self._by_position = [Mean() for _ in range(MAX_POSITION + 1)]
         self._by_confidence = [Mean() for _ in BIN_CENTRES]
@@ -90,15 +91,18 @@ class Acceptance:
 
     @property
     def exploration_bonus(self) -> float:
-        """Tokens that a draft might gain beyond the expectation."""
-        return BONUS / (1 + self._gain.count)
+        """Tokens that a draft might gain beyond the expectation; 0 for one whose acceptance is known roughly."""
+        return BONUS / (1 + self._gain.count) if self._expected is None else 0.0
 
     def _shares(self) -> list[float]:
         general = self._general
         if general is None:
             share = self._any_node.shrunk(FIRST_SHARE)
             return [mean.shrunk(share) for mean in self._by_position]
-        return [mean.shrunk(share) for mean, share in zip(self._by_position, general._shares(), strict=True)]
+        expected = general._shares()
+        if self._expected is not None:
+            expected[0] = self._expected
+        return [mean.shrunk(share) for mean, share in zip(self._by_position, expected, strict=True)]
 
     def survivals(self, length: int) -> list[float]:
         """Return the probabilities that the first 1, 2, ... nodes of a lookup are all accepted."""
@@ -156,6 +160,7 @@ class AcceptanceStats:
         pool = candidate.part, row.coupled, round(row.params.temperature, 1)
         key = pool, candidate.kind
         if key not in self._kinds:
-            self._kinds[key] = Acceptance(self._pools.setdefault(pool, Acceptance()))
+            general = self._pools.setdefault(pool, Acceptance())
+            self._kinds[key] = Acceptance(general, candidate.expected)
         self._kinds[key].age(self.num_rounds)
         return self._kinds[key]

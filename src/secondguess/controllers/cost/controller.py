@@ -33,6 +33,8 @@ TRIAL_LENGTH = 2
 """Largest number of levels of a trial. With one level, the fixed cost of drafting may exceed any gain."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512
 """Rounds between trials while nothing pays: doubled by each trial that lost time."""
+LONGEST_REST = 3
+"""Largest number of rounds of a batch without planning after a plan in which nothing paid."""
 RATE_DECAY = 1 - 1 / 16
 PLAIN_RATE_DECAY = 1 - 1 / 8
 """Decay of the rate of tokens in a round with drafts and in a plain one."""
@@ -78,9 +80,9 @@ class Trials:
         self._pause = FIRST_PAUSE
         self._wait = 0
 
-    def is_due(self) -> bool:
-        """Return whether a trial is due in this round, which counts."""
-        self._wait -= 1
+    def is_due(self, num_rounds: int) -> bool:
+        """Return whether a trial is due in this round; `num_rounds` have passed since the last call, this one included."""
+        self._wait -= num_rounds
         return self._wait < 0
 
     def record(self, gained: bool) -> None:
@@ -104,6 +106,8 @@ class CostController(Controller):
         self._proposals: list[Proposal] = []
         self._rate = Rate()
         self._is_trial = False
+        # Length of the rest after the last plan, and rounds of it that have passed.
+        self._rest = self._rested = 0
         self._is_renewable, self._since_renewal = False, RENEWAL_ROUNDS
 
     @classmethod
@@ -112,8 +116,12 @@ class CostController(Controller):
 
     def begin_round(self, rows: Sequence[Row]) -> bool:
         self._proposals, self.measures_plain = [], False
-        has_own = any([row.sources or row.params.draft_length is not None for row in rows])
-        return has_own or not self.budget.is_spent
+        if any([row.sources or row.params.draft_length is not None for row in rows]):
+            return True
+        if self._rested < self._rest and len(rows) > 1:  # planning for a batch takes up to 4 % of a round
+            self._rested += 1
+            return False
+        return not self.budget.is_spent
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self._proposals, self._is_trial = [], False
@@ -126,6 +134,8 @@ class CostController(Controller):
         if self.times.knows_plain() and not (self.measures_plain or self.budget.is_spent):
             self._chooser = Chooser(self.times, len(rows), self._rate.value)
             self._proposals = self._choose(rows, candidates)
+            self._rest = 0 if self._proposals else min(2 * self._rest + 1, LONGEST_REST)
+            self._rested = 0
         plans = [Plan(0, 0)] * len(rows)
         for proposal in self._proposals:
             plans[proposal.row] = Plan(proposal.candidate.part, proposal.length)
@@ -142,7 +152,7 @@ class CostController(Controller):
         chosen = self._chooser.choose(best, rows)
         if not chosen and best:
             part = max(best, key=lambda proposal: proposal.net).candidate.part
-            if self._trials[part].is_due() and self.budget.allows_trials:
+            if self._trials[part].is_due(1 + self._rested) and self.budget.allows_trials:
                 trial = first_with_ties(best, 1, rows)
                 price = self._chooser.price(trial, TRIAL_LENGTH * len(trial)) / len(rows)
                 for proposal in trial:
