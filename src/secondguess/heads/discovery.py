@@ -50,7 +50,6 @@ class FoundDrafter:
         names_target: True if its configuration says that it was trained for the target.
         num_bytes: memory for its weights; 0 if the target's weights contain them.
         obstacle: reason why it does not draft for the target; empty if it may.
-        is_trained: False for a small model, which was not trained to draft.
     """
 
     name: str
@@ -58,7 +57,6 @@ class FoundDrafter:
     names_target: bool
     num_bytes: int
     obstacle: str = ""
-    is_trained: bool = True
 
 
 def find_trained(target: Checkpoint) -> list[FoundDrafter]:
@@ -99,7 +97,7 @@ def find_small_models(target: Checkpoint) -> list[FoundDrafter]:
     for path in _apart(_beside(own), own):
         with suppress(Exception):  # as in `find_trained`
             if 0 < (num_bytes := _count_stored(path)) <= limit and _holds_model(path):
-                found.append(FoundDrafter(f"model:{path}", path, False, num_bytes, is_trained=False))
+                found.append(FoundDrafter(f"model:{path}", path, False, num_bytes))
     return sorted(found, key=lambda model: -model.num_bytes)
 
 
@@ -145,9 +143,8 @@ def _inside(folder: Path) -> list[Path]:
 
 def _kind(folder: Path) -> str | None:
     """Return the kind of the drafter in a folder or GGUF file; None if there is a model or something else."""
-    if (
-        is_gguf(folder) and peek_architecture(folder) not in DRAFTERS
-    ):  # reading the whole header takes a while
+    # Reading the whole header of a file takes a while.
+    if is_gguf(folder) and peek_architecture(folder) not in DRAFTERS:
         return None
     provenance = read_provenance(folder)
     if provenance is not None and provenance.kind in NAMED:
