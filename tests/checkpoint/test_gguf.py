@@ -297,12 +297,12 @@ def mutated(whole: bytes, num_in_header: int, generator: random.Random) -> bytes
 
 @pytest.mark.parametrize("seed", range(4))
 def test_broken_headers_give_one_clear_error(seed, tmp_path):
-    """10,000 files, over all seeds."""
+    """4,000 files, over all seeds."""
     file, _ = write(tmp_path, "Q4_0")
     whole, generator = file.read_bytes(), random.Random(seed)
     start = min(tensor.offset for tensor in open_source(str(file)).file.tensors.values())
     messages = []
-    for _ in range(2500):
+    for _ in range(1000):
         file.write_bytes(mutated(whole, start, generator))
         try:
             plan = Checkpoint.resolve(file, device="cpu")
@@ -310,7 +310,7 @@ def test_broken_headers_give_one_clear_error(seed, tmp_path):
             _ = plan.tokenizer
         except SecondGuessError as refused:
             messages.append(str(refused))
-    assert len(messages) > 2000
+    assert len(messages) > 800
     assert all("expected" in message and "\n" not in message for message in messages)
 
 

@@ -34,7 +34,7 @@ from vocabulary_cases import vocabulary
 
 pytestmark = needs_kernels
 
-NUM_CASES = 250
+NUM_CASES = 125
 Pair = tuple[SamplingDrafter, NativeRuntime | None]
 """A drafter, and the target whose cache or states it reads."""
 

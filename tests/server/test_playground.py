@@ -374,7 +374,7 @@ def test_code_is_plain_in_other_languages_and_in_long_texts():
     assert "<span" not in to_html(f"```python\n{'x = 1' * MAX_COLOURED_CODE}\n```")
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("language", sorted(LANGUAGES))
 def test_the_time_for_coloured_code_is_bounded(language):
     for unit in ("\n", "x\n ", '"\\', "a."):
         code = (unit * MAX_COLOURED_CODE)[: MAX_COLOURED_CODE - 9]
