@@ -41,9 +41,6 @@ def ranged(found: dict[str, float], low: str, middle: str, high: str, form: str,
 def speed_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
     for model, forms in data["speed"].items():
         for form, found in forms.items():
-            if "ours" not in found:  # a file of November 2026: answers of whole requests
-                yield answers_row(model, form, found)
-                continue
             row = {"plain decoding of": RELEASES[model].title, "form": form}
             for what, unit in PLAIN_SPEEDS.items():
                 medians = [
@@ -55,17 +52,6 @@ def speed_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
             passes = [key for key in found["ours"] if key.startswith("v(")]
             row[" / ".join(passes)] = " / ".join(f"{found['ours'][key]:.2f}" for key in passes)
             yield row | {"share of the limit": f"{found['share of the limit']:.2f}"}
-
-
-def answers_row(model: str, form: str, found: dict[str, Any]) -> Row:
-    row = {"answers of": RELEASES[model].title, "form": form}
-    for system, speeds in sorted(found.items(), key=lambda item: not item[0].startswith("plain")):
-        method, _, drafter = system.rstrip(")").partition(" (")
-        if system != "passes" and (method, form) != ("llama.cpp", "folder"):  # it always runs the file
-            row[method] = ranged(speeds, "from", "median", "to", ".0f") + (
-                f", `{drafter}`" if drafter else ""
-            )
-    return row
 
 
 def best_rows(data: dict[str, Any], name: str) -> Iterator[Row]:

@@ -230,14 +230,13 @@ def _released_speed(data: dict[str, Any]) -> Figure:
 
 
 def _released_bars(forms: dict[str, Any]) -> Iterator[Bar]:
-    """Yield the bars of a model, of plain decoding alone (`ours`) or of whole answers."""
-    colors = {"ours": PLAIN, "plain": PLAIN, "default": OURS, "llama.cpp": PEER}
-    for form, name in product(forms, colors):
-        for system, found in forms[form].items():
-            if system.startswith(name) and (name, form) != ("llama.cpp", "folder"):  # it runs the file
-                speeds = found.get("plain tokens/s", found)
-                dots = [speeds[key] for key in ("least", "largest", "from", "to") if key in speeds]
-                yield Bar(f"{form}, {system}", speeds["median"], dots, colors[name])
+    """Yield the bars of a model, of plain decoding."""
+    colors = {"ours": PLAIN, "llama.cpp": PEER}
+    for form, system in product(forms, colors):
+        if system in forms[form]:
+            speeds = forms[form][system]["plain tokens/s"]
+            dots = [speeds["least"], speeds["largest"]]
+            yield Bar(f"{form}, {system}", speeds["median"], dots, colors[system])
 
 
 def _accuracy(data: dict[str, Any]) -> Figure:
