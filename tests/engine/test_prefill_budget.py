@@ -58,6 +58,13 @@ def test_what_rows_have_waited_already_is_not_given_to_prefill() -> None:
     assert budget.max_tokens(1, spent=1.0) == MIN_TOKENS
 
 
+def test_rows_that_wait_for_the_prefill_of_others_have_a_share_of_the_time() -> None:
+    budget = measured(0.1, 0.001)
+    assert budget.max_tokens(8, 1) == budget.max_tokens(8, 2) == budget.max_tokens(8) > 0
+    assert budget.max_tokens(8, 5) == pytest.approx(2 * budget.max_tokens(8), abs=1)
+    assert budget.max_tokens(1, 16) * 0.001 == pytest.approx(ARRIVAL_DELAY * 0.1)
+
+
 def test_the_number_of_tokens_is_bounded() -> None:
     assert measured(0.001, 0.001).max_tokens(1) == MIN_TOKENS
     assert measured(10.0, 0.001).max_tokens(1) == MAX_TOKENS

@@ -115,7 +115,7 @@ class CostController(Controller):
         return cls(read_options(CostOptions, options_with_argument(name, "length"), "controller cost"))
 
     def begin_round(self, rows: Sequence[Row]) -> bool:
-        self._proposals, self.measures_plain = [], False
+        self._proposals = []
         if any([row.sources or row.params.draft_length is not None for row in rows]):
             return True
         if self._rested < self._rest and len(rows) > 1:  # planning for a batch takes up to 4 % of a round
@@ -125,13 +125,18 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self._proposals, self._is_trial = [], False
-        # A round with drafts of requested lengths cannot be plain.
-        can_be_plain = not any([row.params.draft_length for row in rows])
-        self.measures_plain = can_be_plain and self.times.needs_plain(len(rows), mean_length(rows))
+        # A round with drafts of requested lengths, or certain ones, cannot be plain.
+        can_be_plain = not any(
+            [
+                row.params.draft_length or choices[0].certain
+                for row, choices in zip(rows, candidates, strict=True)
+            ]
+        )
+        measures_plain = can_be_plain and self.times.needs_plain(len(rows), mean_length(rows))
         kind = next((candidate.kind for candidate in candidates[0] if candidate.longest), None)
         # Tokens inside a match are worth less than others, as decoding is fast there anyway.
         self._rate = self._rates[len(rows), kind if len(rows) == 1 else None]
-        if self.times.knows_plain() and not (self.measures_plain or self.budget.is_spent):
+        if self.times.knows_plain() and not (measures_plain or self.budget.is_spent):
             self._chooser = Chooser(self.times, len(rows), self._rate.value)
             self._proposals = self._choose(rows, candidates)
             self._rest = 0 if self._proposals else min(2 * self._rest + 1, LONGEST_REST)
