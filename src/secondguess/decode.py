@@ -265,7 +265,7 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     """Choose the draft length of every row.
 
     A request's own `draft_length` overrides the controller, and its `max_draft_length` limits it;
-    drafts that are certain to be accepted are taken in any case.
+    drafts that are certain to be accepted are taken unless the controller measures plain decoding.
     The last free position of a row is reserved for the token that the verifier samples.
     """
     controller = components.controller
@@ -278,7 +278,7 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     for row, (part, length), wanted, choices in zip(rows, plans, requested, candidates, strict=True):
         if wanted is not None:  # a request with a draft length of its own gets the preferred candidate
             part, length = choices[0].part, wanted
-        elif choices[0].certain:
+        elif choices[0].certain and not controller.measures_plain:
             part, length = choices[0].part, choices[0].longest
         limit = row.params.max_draft_length
         lengths.append(max(0, min(length, row.room - 1, MAX_DRAFT_LENGTH if limit is None else limit)))

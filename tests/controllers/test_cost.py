@@ -440,7 +440,7 @@ def test_rows_are_drafted_for_up_to_their_own_limit(limit: int, num_rows: int) -
     rows = [Row([0] * 50, SamplingParams(max_tokens=100, max_draft_length=limit)) for _ in range(num_rows)]
     for _ in range(4):  # Plain rounds of other lengths are timed first.
         controller.plan(rows, [(Candidate(deterministic=True),)] * num_rows)
-        if not controller._proposals:
+        if controller.measures_plain:
             commit_and_learn(controller, rows, [0] * num_rows, [0] * num_rows, RoundTime(0.0, 0.0, 1.0))
     assert [proposal.length for proposal in controller._proposals] == [limit] * (limit and num_rows)
 
@@ -621,6 +621,15 @@ def test_a_batch_in_which_nothing_pays_is_planned_in_some_rounds(num_rows: int, 
             controller.plan(rows, [(Candidate(deterministic=True),)] * num_rows)
         commit_and_learn(controller, rows, [0] * num_rows, [0] * num_rows, RoundTime(0.0, 0.0, 1.0))
     assert num_planned == pytest.approx(40 * share, abs=2)
+    assert controller.begin_round(rows[:-1] or rows), "a batch of another size is planned at once"
+
+
+def test_forced_tokens_delay_the_timing_of_plain_rounds_only_for_a_single_row() -> None:
+    forced = Candidate(part=-1, longest=3, deterministic=True, certain=True)
+    for num_rows in (1, 8):
+        controller, rows = CostController(), [a_row() for _ in range(num_rows)]
+        controller.plan(rows, [(forced,)] * num_rows)
+        assert controller.measures_plain == (num_rows > 1)
 
 
 def test_rounds_with_certain_drafts_are_not_learned_from() -> None:

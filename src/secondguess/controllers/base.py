@@ -25,11 +25,14 @@ class Controller(ABC):
             probabilities to call it.
         needs_probs: True if the controller cannot be used with drafters that have no probabilities
             (n-gram and suffix lookup).
+        measures_plain: True after `plan` if its round measures plain decoding, so that nothing may
+            be drafted, not even what is certain to be accepted.
     """
 
     name: str
     uses_probs: bool = True
     needs_probs: bool = False
+    measures_plain: bool = False
 
     @classmethod
     def build(cls, name: Name) -> Controller:
