@@ -360,7 +360,8 @@ def load(
         loaded = [target]
 
         def load_draft_model(path: str) -> Runtime:
-            loaded.append(load_model(checkpoints[-1]))
+            assert pair.draft_model is not None
+            loaded.append(load_model(pair.draft_model))
             return loaded[-1].runtime
 
         if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:

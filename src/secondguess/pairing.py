@@ -104,7 +104,10 @@ def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
         resolved = resolve_drafter(found.name, target)
         if resolved.model_part is None:
             return found
-        draft_model = Checkpoint.resolve(str(found.folder), device=str(target.device), drafts=True)
+        draft_model = Checkpoint.resolve(
+            str(found.folder), dtype=target.dtype_name, device=str(target.device), drafts=True
+        )
+        pair_vocabularies(target, draft_model, resolved.model_part.name)
         lacks_template = target.tokenizer.chat_template and not draft_model.tokenizer.chat_template
     except SecondGuessError as error:
         return replace(found, obstacle=str(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -271,15 +270,32 @@ def with_a_decoder_that_is_not_read(small: Path) -> None:
     (small / "tokenizer.json").write_text(json.dumps(description | {"decoder": decoder}))
 
 
-@pytest.mark.parametrize("change", [without_a_norm, with_a_decoder_that_is_not_read])
-def test_a_small_model_that_cannot_be_loaded_is_left_out_with_a_warning(
-    large: Path, change: Callable[[Path], None]
-) -> None:
-    change(write_small(large, vocab_size=290))
+def test_a_small_model_that_cannot_be_loaded_is_left_out_with_a_warning(large: Path) -> None:
+    without_a_norm(write_small(large))
     with pytest.warns(MismatchWarning, match="found for this target, is left out"):
         llm = load(str(large), dtype="float32")
     assert llm.drafter.name == "suffix"
     assert llm.generate("abc", max_tokens=3).text
+
+
+def test_the_next_small_model_is_taken_if_a_tokenizer_cannot_be_compared(large: Path) -> None:
+    with_a_decoder_that_is_not_read(write_small(large, "a", vocab_size=290, num_hidden_layers=3))
+    other = write_small(large, "b", vocab_size=290)
+    first, second = found_for_module(large)
+    assert (first.name, first.obstacle) == (f"model:{other}", "")
+    assert "decoder CTC" in second.obstacle
+
+
+def test_a_small_model_is_found_beside_a_link_to_the_target(large: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "target").symlink_to(large)
+    small = write_small(tmp_path / "links" / "target")
+    assert [found.name for found in found_for_module(tmp_path / "links" / "target")] == [f"model:{small}"]
+
+
+def test_a_model_for_embeddings_does_not_draft(large: Path) -> None:
+    (write_small(large) / "modules.json").write_text("[]")
+    assert not found_for_module(large)
 
 
 @pytest.mark.filterwarnings("default")

@@ -27,7 +27,7 @@ MAX_FOLDERS = 500
 KINDS = ("dspark", "eagle", "mtp", "gemma4-assistant", "medusa", "model", "early-exit", "layer-skip")
 """Kinds of trained drafters, those that gain most first."""
 SMALL = 1 / 8
-"""Largest size of a model that drafts without being named, as a share of the bytes of the target's weight files."""
+"""Largest size of a model that drafts without being named, as a share of the target's bytes, in files or in memory."""
 NAMES_OF_TARGET = (
     "speculators_config.verifier.name_or_path",
     "base_model_name_or_path",
@@ -86,14 +86,14 @@ def find_trained(target: Checkpoint) -> list[FoundDrafter]:
 
 
 def find_small_models(target: Checkpoint) -> list[FoundDrafter]:
-    """Return the models beside a target whose weight files are at most `SMALL` times its own, the largest first.
+    """Return the models beside a target whose weight files have at most `SMALL` of its bytes, the largest first.
 
     Whether they can be loaded is not known yet.
     """
     if target.source is None:
         return []
     own, found = Path(target.path), []
-    limit = SMALL * _count_stored(own)
+    limit = SMALL * min(_count_stored(own), target.memory().weights)
     for path in _apart(_beside(own), own):
         with suppress(Exception):  # as in `find_trained`
             if 0 < (num_bytes := _count_stored(path)) <= limit and _holds_model(path):
@@ -103,7 +103,9 @@ def find_small_models(target: Checkpoint) -> list[FoundDrafter]:
 
 def _holds_model(path: Path) -> bool:
     """Return whether a folder, or a GGUF file, may hold a model that can draft."""
-    return peek_architecture(path) in ARCHITECTURES if is_gguf(path) else _kind(path) is None
+    if is_gguf(path):
+        return peek_architecture(path) in ARCHITECTURES
+    return _kind(path) is None and not (path / "modules.json").exists()  # of a model for embeddings
 
 
 def _count_stored(path: Path) -> int:
@@ -125,7 +127,7 @@ def _apart(paths: Iterable[Path], target: Path) -> Iterator[Path]:
 
 def _beside(target: Path) -> Iterator[Path]:
     """Return the folders with a configuration and the GGUF files beside a target and below it."""
-    folder = target.resolve() if target.is_dir() else target.resolve().parent
+    folder = target.absolute() if target.is_dir() else target.absolute().parent
     places = [folder] if target.is_file() or repository_of(target) else [folder, folder.parent]
     return chain.from_iterable(map(_inside, places))
 
