@@ -185,6 +185,15 @@ def test_a_part_of_a_combined_drafter_shares() -> None:
     assert again.num_accepted > first.num_accepted
 
 
+def test_the_end_of_a_text_that_is_shared_hides_no_match_of_the_row() -> None:
+    drafter = SuffixDrafter()
+    drafter.histories.add(finished("", [0], [1, 2, 3, 4]))
+    row = Row([4, 9, 1, 2, 3, 4], GREEDY, history="")
+    drafter.begin([row])
+    ((candidate,),) = drafter.candidates([row])
+    assert candidate.kind == ("suffix", 1, "once")
+
+
 def test_outputs_of_unfinished_rows_are_not_shared() -> None:
     drafter, row = SuffixDrafter(), Row([1], GREEDY, history="")
     drafter.begin([row])

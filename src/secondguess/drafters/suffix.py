@@ -27,9 +27,14 @@ HALF_WEIGHT = 3.0
 """Parameters of `expected_acceptance`, fitted to answers of SmolLM2 135M and Qwen2.5-Coder 1.5B."""
 
 
-def expected_acceptance(num_matched: int, frequency: str) -> float:
-    """Return the acceptance probability of the follower of a match that is expected before any was verified."""
-    weight = num_matched * WEIGHTS[frequency]
+def expected_acceptance(num_bits: int, frequency: str) -> float:
+    """Return the acceptance probability of the follower of a match that is expected before any was verified.
+
+    Args:
+        num_bits: bit length of the number of matched tokens; 3 are 4 to 7 tokens.
+    """
+    weight = (0.0, 1.0)[num_bits] if num_bits < 2 else 1.5 * 2 ** (num_bits - 1)
+    weight *= WEIGHTS[frequency]
     return SHARES[frequency] * weight / (weight + HALF_WEIGHT)
 
 
@@ -75,9 +80,11 @@ class RowIndex:
             self._shared.extend(tokens)
 
     def shared_match(self) -> SuffixMatch | None:
-        """Return the match in the history if it is longer than the row's own."""
+        """Return the match in the history if it is longer than the row's own, and not the end of a text."""
         found = None if self._shared is None else self._shared.longest()
-        return found if found is not None and found.num_matched > self.own.match.length else None
+        if found is None or found.num_matched <= self.own.match.length or not found.context.total:
+            return None
+        return found
 
 
 class SuffixDrafter(LookupDrafter[RowIndex]):
@@ -111,9 +118,8 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
 
     def _choices_for(self, source: str, num_matched: int, frequency: str) -> tuple[Candidate]:
         # Powers of two: matches of 9 and 12 tokens are about equally good, one of 3 is worse.
-        kind = (source, num_matched.bit_length(), frequency)
-        expected = expected_acceptance(num_matched, frequency)
-        longest = self._longest(num_matched)
+        num_bits, longest = num_matched.bit_length(), self._longest(num_matched)
+        kind, expected = (source, num_bits, frequency), expected_acceptance(num_bits, frequency)
         return (Candidate(kind=kind, longest=longest, deterministic=True, expected=expected),)
 
     def _longest(self, num_matched: int) -> int:
