@@ -39,7 +39,7 @@ PREFILLING_WEIGHT = 4.0
 Otherwise the batch is never full: of 16 clients of a 0.5B model 9 waited for their first token while 7 decoded.
 """
 ARRIVAL_DELAY = 4.0
-"""Maximum duration of a prefill for which no row waits, in rounds: a row that arrives meanwhile waits for its end."""
+"""Maximum duration of any prefill between two rounds, in rounds: a row that arrives meanwhile waits for its end."""
 MIN_TOKENS = 8
 """Minimum number of tokens of such a prefill: with fewer, a forward pass costs more per token."""
 MIN_TOKENS_ALONE = 48
