@@ -37,8 +37,7 @@ released: setup
 test-transformers: $(TRANSFORMERS:%=test-transformers-%)
 
 test-transformers-%: .venv-transformers-%/.ready
-	OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n 2 --dist worksteal -m transformers \
-	    $$(grep -rl mark.transformers tests)
+	OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n 2 --dist worksteal -m transformers
 
 # Packages that are not installed here are those of .venv.
 .PRECIOUS: .venv-transformers-%/.ready
