@@ -75,27 +75,34 @@ def _fallbacks(target: Checkpoint, found: Sequence[FoundDrafter]) -> list[str]:
     return list(dict.fromkeys((*heads, choose_default(target, ()), LOOKUP_DRAFTER)))
 
 
-def find_drafters(target: Checkpoint) -> list[FoundDrafter]:
+def find_drafters(
+    target: Checkpoint, compared: dict[str, VocabularyPair | None] | None = None
+) -> list[FoundDrafter]:
     """Return the drafters on this machine for a target, best first, with why those do not draft that do not fit.
 
     These are trained ones and, if none fits and the target cannot be copied, small models beside it up to the first
     that fits.
+
+    Args:
+        compared: is given the vocabularies of the target and of each model among them, by its path.
     """
-    trained = sorted(
-        (_resolved(found, target) for found in find_trained(target)), key=lambda found: bool(found.obstacle)
-    )
+    compared = {} if compared is None else compared
+    resolved = [_resolved(found, target, compared) for found in find_trained(target)]
+    trained = sorted(resolved, key=lambda found: bool(found.obstacle))
     if any(not drafter.obstacle for drafter in trained) or target.has_room_for_copy(INT4):
         return trained
     small: list[FoundDrafter] = []
     for model in find_small_models(target):
-        small.append(_resolved(model, target))
+        small.append(_resolved(model, target, compared))
         if not small[-1].obstacle:
             break
     return [*small[-1:], *trained, *small[:-1]]
 
 
-def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
-    """Return a drafter with the reason for which loading would refuse it, if it would."""
+def _resolved(
+    found: FoundDrafter, target: Checkpoint, compared: dict[str, VocabularyPair | None]
+) -> FoundDrafter:
+    """Return a drafter with the reason for which loading would refuse it, if it would; fill `compared`."""
     if found.obstacle:
         return found
     if not _names_its_folder(found):
@@ -107,7 +114,7 @@ def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
         draft_model = Checkpoint.resolve(
             str(found.folder), dtype=target.dtype_name, device=str(target.device), drafts=True
         )
-        pair_vocabularies(target, draft_model, resolved.model_part.name)
+        compared[str(found.folder)] = pair_vocabularies(target, draft_model, resolved.model_part.name)
         lacks_template = target.tokenizer.chat_template and not draft_model.tokenizer.chat_template
     except SecondGuessError as error:
         return replace(found, obstacle=str(error))
@@ -224,8 +231,9 @@ def resolve_pair(
     """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
     target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     found: Sequence[FoundDrafter] = ()
+    compared: dict[str, VocabularyPair | None] = {}
     if drafter is None or drafter == AUTO:
-        found = () if model == "builtin" else find_drafters(target)
+        found = () if model == "builtin" else find_drafters(target, compared)
         drafter = default_drafter(model) if model == "builtin" else choose_default(target, found)
     specs = [resolve_drafter(name, target) for name in (drafter, *_fallbacks(target, found))]
     require_model_to_quantize(drafter_quantize, drafter, specs[0].draft_model is not None)
@@ -234,10 +242,13 @@ def resolve_pair(
         fallbacks = specs[specs.index(spec) + 1 :]
         if spec.model_part is None:
             return Pair(target, spec, None, found=found, fallbacks=fallbacks)
+        path = str(spec.draft_model)
         draft_model = Checkpoint.resolve(
-            str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
+            path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
         )
-        vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
+        if path not in compared:  # which takes a second for large vocabularies
+            compared[path] = pair_vocabularies(target, draft_model, spec.model_part.name)
+        vocabularies = compared[path]
         spec = spec.map_parts(
             lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part
         )
