@@ -115,7 +115,9 @@ def _resolved(
             str(found.folder), dtype=target.dtype_name, device=str(target.device), drafts=True
         )
         compared[str(found.folder)] = pair_vocabularies(target, draft_model, resolved.model_part.name)
-        lacks_template = target.tokenizer.chat_template and not draft_model.tokenizer.chat_template
+        # One that was trained for the target needs none.
+        needs_template = bool(target.tokenizer.chat_template) and not found.names_target
+        lacks_template = needs_template and not draft_model.tokenizer.chat_template
     except SecondGuessError as error:
         return replace(found, obstacle=str(error))
     if lacks_template:
