@@ -201,12 +201,12 @@ def num_rounds(outputs):
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}])
 def test_shared_outputs_change_the_speed_and_never_the_text(settings):
     alone, shared = (
-        load(drafter="suffix", controller="fixed:6", share_history=each) for each in (False, True)
+        load(drafter="suffix,min=2,offset=0", controller="fixed:6", share_history=each)
+        for each in (False, True)
     )
     prompts = ["def volume(width, height):\n", "def area(width, height):\n"]
     expected = alone.generate(prompts, max_tokens=50, **settings)
-    # The text of the row that ends first is already shared with the other one, for which it may be worse than its own.
-    for most in (1.05 * num_rounds(expected), 0.7 * num_rounds(expected)):
+    for most in (num_rounds(expected), 0.7 * num_rounds(expected)):
         outputs = shared.generate(prompts, max_tokens=50, **settings)
         assert ids_of(outputs) == ids_of(expected)
         assert num_rounds(outputs) <= most

@@ -20,7 +20,7 @@ from secondguess.drafters.lookup import LookupDrafter
 from secondguess.names import check_range
 
 ONCE, ALWAYS, SOMETIMES = "once", "always", "sometimes"
-"""How often the most frequent follower of a match followed it before: the only time, every time, or not every time."""
+"""Frequency of the most frequent follower of a match: it followed the only time, every time, or not every time."""
 WEIGHTS = {ONCE: 1.0, ALWAYS: 2.5, SOMETIMES: 1.0}
 SHARES = {ONCE: 1.0, ALWAYS: 1.0, SOMETIMES: 0.6}
 HALF_WEIGHT = 3.0
